@@ -119,7 +119,7 @@ def restore_run(run: RunState, saved: SavedRun) -> None:
         run.backend_choice.restore(saved.backend)
     for rank, totals in enumerate(saved.ranks):
         run.ranks[rank % len(run.ranks)].totals += totals
-    run.outcome.restore(saved.metrics)
+    run.outcome.metrics = list(saved.metrics)
     # Epochs opened ahead may exceed a smaller num_epochs.
     last = run.config.num_epochs
     run.ledger.restore(

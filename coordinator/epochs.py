@@ -80,12 +80,6 @@ class EpochScheduler:
         """True if no closed epoch waits for its evaluation or checkpoint call."""
         return not self._closing
 
-    def _find(self, number: int) -> Epoch | None:
-        for closing in self._closing:
-            if closing.epoch.epoch == number:
-                return closing.epoch
-        return self._run.ledger.find(number)
-
     def send_tasks(self, epoch: int | None) -> None:
         """Send the tasks that are due on the live weights, or on the state of all machines.
 
@@ -225,9 +219,10 @@ class EpochScheduler:
             self._start(rank, m.EpochPlan(epoch=number))
 
     def _chunk(self, rank: int, epoch: int, spans: tuple[range, ...]) -> m.EpochPlan:
-        if not self._run.ledger.unequal:
+        cuts = self._run.ledger.cuts
+        if not cuts.unequal:
             return m.EpochPlan(epoch=epoch, batches=spans)
-        numbers, pieces = self._run.ledger.batches_of_rank(rank, spans)
+        numbers, pieces = cuts.of_rank(rank, spans)
         return m.EpochPlan(epoch=epoch, batches=numbers, pieces=pieces)
 
     def _send_empty_plans(self, rank: Rank, before: int) -> None:
@@ -358,7 +353,7 @@ class EpochScheduler:
         parts = run.shares.sizes(run.slice_samples(ranks), ranks)
         sizes = dict(zip(ranks, parts, strict=True))
         whole = run.per_global * batch_size
-        start, stop = ledger.bounds(span)
+        start, stop = ledger.cuts.bounds(span)
         num_last = stop - start - (len(span) - 1) // run.per_global * whole
         is_short = num_last < whole
         return StepPlan(
@@ -458,7 +453,7 @@ class EpochScheduler:
                 break
             for rank in self._run.live:
                 self._send_empty_plans(rank, epoch.epoch + 1)
-            self._run.ledger.pop_oldest()
+            self._run.ledger.epochs.popleft()
             self.tasks.mark(due)
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
         return len(self._closing) > num_before
@@ -501,7 +496,7 @@ class EpochScheduler:
             extra_scalars=_scalars(self.tasks.take_results(epoch.epoch)),
             partial=partial,
         )
-        self._run.outcome.close_epoch(metrics)
+        self._run.outcome.metrics.append(metrics)
         # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
         self._run.emit(PublishEpoch(metrics=given))

@@ -48,7 +48,7 @@ class FailureRecovery:
             in_round: The round in progress holds what the rank trained since the last one.
         """
         run = self._run
-        run.outcome.survive(failure)
+        run.outcome.failures.append(failure)
         run.elche.drop(failure.rank)
         if run.lockstep:
             self.halt()
@@ -62,17 +62,17 @@ class FailureRecovery:
     def continue_alone(self) -> None:
         """Continue with one rank: its replica is the result, and it has no limits."""
         run = self._run
-        run.stop_averaging()
+        run.alone = True
         (last,) = self.survivors
         if run.config.has_epoch_work:
-            run.ledger.disable_look_ahead()
+            run.ledger.look_ahead = False
         if run.lockstep:
             return
         run.ledger.freeze(last.rank)
         run.settle(last.rank)
         last.enter_round()
         last.set_limit(None)
-        run.update_lr_factor()
+        run.lr_factor.update(run.elche.batch_counts)
         budget = BatchBudget(lr_factor=run.lr_factor.current)
         run.send(last.rank, m.Resume(budget=budget, alone=True))
 
@@ -80,7 +80,7 @@ class FailureRecovery:
         """Abort the collective and connect the surviving ranks in a new one."""
         run = self._run
         run.abort_collective()
-        run.start_generation()
+        run.generation += 1
         self._send_regroup(None, None)
 
     def _send_regroup(self, step: int | None, donor: int | None) -> None:
@@ -147,7 +147,7 @@ class FailureRecovery:
         donor = max(halted, key=lambda h: (h.step, h.num_syncs, -h.rank))
         self._agreed_step = donor.step
         self.phase = RecoveryPhase.REGROUPING
-        self._run.start_generation()
+        self._run.generation += 1
         best = (donor.step, donor.num_syncs)
         behind = any((h.step, h.num_syncs) != best for h in halted)
         self._send_regroup(donor.step, donor.rank if behind else None)
@@ -175,7 +175,7 @@ class FailureRecovery:
         if agreed is None:
             return
         epoch = run.ledger.find(agreed.epoch)
-        run.count_batches(sum(map(len, agreed.settled)) - sum(map(len, agreed.reverted)))
+        run.global_step += sum(map(len, agreed.settled)) - sum(map(len, agreed.reverted))
         if not run.alone:
             run.count_averagings(-agreed.num_undone, epoch)
         if epoch is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.metrics import EpochAccumulator, MachineStats
-from coordinator.splitting import BatchSet, batch_bounds, count_batches, split_by_ratio
+from coordinator.splitting import BatchSet, count_batches, split_by_ratio
 from coordinator.steps import Agreement, StepQueue
 
 CHUNK_S = 0.2
@@ -34,7 +34,6 @@ class BatchLedger:
         ratios: Fixed share of each rank; ``None``: by measured speed.
         granularity: Chunks are multiples of this many batches (an accumulation window).
         max_batches: Maximum number of batches assigned in the run.
-        look_ahead: A rank may start the next epoch before this one closes.
         granted: Deal only the batches added by :meth:`grant`, until :meth:`end`.
         sizes: For ranks with unequal batch sizes, the size of each rank's batch in batches of the
             ledger; ``None``: 1.
@@ -42,8 +41,9 @@ class BatchLedger:
     Attributes:
         by_rank: The unsettled batches of each rank.
         queue: The unsettled batches of all ranks together, under ``SYNC``.
-        min_batch: Minimum samples of a batch of ranks with unequal batch sizes. Batches are smaller
-            only where a rank's own batch has two batches of the ledger, or one.
+        cuts: The batches of each rank's own size.
+        next_epoch: Number of the next epoch to open.
+        look_ahead: A rank may start the next epoch before this one closes.
     """
 
     def __init__(
@@ -57,38 +57,33 @@ class BatchLedger:
         ratios: Sequence[float] | None = None,
         granularity: int = 1,
         max_batches: int | None = None,
-        look_ahead: bool = True,
         granted: bool = False,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        self._num_samples = num_samples
-        self._batch_size = batch_size
+        self.cuts = BatchCuts(num_samples, batch_size, sizes or (1,) * world_size)
         self._num_epochs = num_epochs
         self._ratios = None if ratios is None else tuple(ratios)
         self._granularity = granularity
         self._batches_left = max_batches
-        self._look_ahead = look_ahead
+        self.look_ahead = True
         self._granted = granted
         self._revoked: list[tuple[int, tuple[range, ...]]] = []  # in the present machine round
         self._ended = False
-        self._sizes = tuple(sizes or (1,) * world_size)
-        self.unequal = any(size != 1 for size in self._sizes)
-        self.min_batch = 1
         self.batches_per_epoch = batches_per_epoch or count_batches(
             num_samples, batch_size, drop_last=False
         )
         self.by_rank = [RankLedger() for _ in range(world_size)]
         self.queue = StepQueue(granularity)
         self.epochs: deque[Epoch] = deque()
-        self._next_epoch = 0
+        self.next_epoch = 0
 
     def open_epoch(self, shares: Sequence[float]) -> Epoch | None:
         """Open the next epoch; ``None`` at the end of the run."""
-        if self._next_epoch >= self._num_epochs or self._batches_left == 0:
+        if self.next_epoch >= self._num_epochs or self._batches_left == 0:
             return None
         total = self.batches_per_epoch
         epoch = Epoch(
-            epoch=self._next_epoch,
+            epoch=self.next_epoch,
             num_batches=total,
             stats=EpochAccumulator(len(self.by_rank)),
             open=BatchSet(() if self._granted else [range(total)]),
@@ -96,7 +91,7 @@ class BatchLedger:
             complete=not self._granted,
         )
         epoch.quotas = self.quotas(len(epoch.open), shares)
-        self._next_epoch += 1
+        self.next_epoch += 1
         self.epochs.append(epoch)
         return epoch
 
@@ -112,7 +107,7 @@ class BatchLedger:
         Returns:
             The epoch. It is opened, with all before it.
         """
-        while self._next_epoch <= number and self.open_epoch(shares) is not None:
+        while self.next_epoch <= number and self.open_epoch(shares) is not None:
             pass
         epoch = self._get(number)
         assert epoch.granted is not None, "grants need granted=True"
@@ -153,19 +148,14 @@ class BatchLedger:
         Args:
             in_order: An epoch begins only when the one before has closed.
         """
-        ahead = self._look_ahead and not in_order
+        ahead = self.look_ahead and not in_order
         assignable = list(self.epochs) if ahead else list(self.epochs)[:1]
         return not any(e.open for e in assignable) and not any(self._assigned())
-
-    @property
-    def next_epoch(self) -> int:
-        """Number of the next epoch to open."""
-        return self._next_epoch
 
     def restore(self, epochs: Iterable[Epoch], *, next_epoch: int, num_spent: int) -> None:
         """Restore open epochs of a checkpoint, with ``num_spent`` batches of the run assigned."""
         self.epochs.extend(epochs)
-        self._next_epoch = next_epoch
+        self.next_epoch = next_epoch
         if self._batches_left is not None:
             self._batches_left = max(0, self._batches_left - num_spent)
 
@@ -190,7 +180,7 @@ class BatchLedger:
             return False
         if self._granted:
             return self._ended
-        return self._next_epoch >= self._num_epochs or self._batches_left == 0
+        return self.next_epoch >= self._num_epochs or self._batches_left == 0
 
     def fully_trained(self, epoch: Epoch) -> bool:
         """True if every batch of the epoch is trained, settled or not."""
@@ -222,14 +212,10 @@ class BatchLedger:
         """
         epoch = self.oldest
         if epoch is None:
-            return self._next_epoch, 0
+            return self.next_epoch, 0
         starts = [span.start for span in epoch.open.spans[:1]]
         starts += [span.start for span in self.unsettled(epoch)]
         return epoch.epoch, min(starts, default=epoch.num_batches)
-
-    def pop_oldest(self) -> Epoch:
-        """Remove and return the oldest epoch."""
-        return self.epochs.popleft()
 
     def assign_chunk(
         self,
@@ -262,13 +248,13 @@ class BatchLedger:
         """
         if self._batches_left == 0:
             return None
-        if self.unequal:
-            parts = [share * size for share, size in zip(shares, self._sizes, strict=True)]
+        if self.cuts.unequal:
+            parts = [share * size for share, size in zip(shares, self.cuts.sizes, strict=True)]
             shares = [part / sum(parts) for part in parts]
             if seconds_per_batch is not None:
-                each = zip(seconds_per_batch, self._sizes, strict=True)
+                each = zip(seconds_per_batch, self.cuts.sizes, strict=True)
                 seconds_per_batch = [seconds / size for seconds, size in each]
-            max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
+            max_chunk = None if max_chunk is None else max_chunk * self.cuts.sizes[rank]
         older = 0  # Open batches of older epochs, which come first in what is left of the run.
         epochs = self._assignable(shares)
         if within is not None:
@@ -284,7 +270,7 @@ class BatchLedger:
                 count = self._chunk_size(epoch, rank, shares, seconds, older)
             else:
                 count = self._chunk_size(epoch, rank, shares, None, older, max_chunk)
-            count = count if limit is None else min(count, limit * self._sizes[rank])
+            count = count if limit is None else min(count, limit * self.cuts.sizes[rank])
             if count > 0:
                 return epoch.epoch, self._assign(epoch, rank, count)
             older += len(epoch.open)
@@ -305,7 +291,7 @@ class BatchLedger:
         if not self.epochs and self.open_epoch(shares) is None:
             return
         yield self.epochs[0]
-        if not self._look_ahead:
+        if not self.look_ahead:
             return
         if len(self.epochs) == 1 and self.open_epoch(shares) is None:
             return
@@ -330,17 +316,17 @@ class BatchLedger:
         if shares[rank] == 1.0 and not self._granted:
             return left  # one rank: a plan's end would synchronise with the device
         if seconds is None or seconds[rank] <= 0:
-            count = max(unmeasured, self._sizes[rank])
+            count = max(unmeasured, self.cuts.sizes[rank])
         else:
             if epoch.quotas is None and self._others_are_faster(left, rank, seconds, shares):
                 return 0
             part = left * shares[rank] if epoch.quotas is None else float(left)
             count = int(min(CHUNK_S / seconds[rank], part / 2)) or 1
-        step = self._granularity * self._sizes[rank]
+        step = self._granularity * self.cuts.sizes[rank]
         count = min(left, -(-count // step) * step)
         # What a quota or the end of the run leaves is a batch as well.
-        too_small = 0 < (left - count) * self._batch_size < self.min_batch
-        return count - 1 if too_small and self._sizes[rank] > 2 else count
+        too_small = 0 < (left - count) * self.cuts.batch_size < self.cuts.min_batch
+        return count - 1 if too_small and self.cuts.sizes[rank] > 2 else count
 
     def _others_are_faster(
         self, left: int, rank: int, seconds: Sequence[float], shares: Sequence[float]
@@ -349,14 +335,14 @@ class BatchLedger:
 
         Ties go to the lowest rank, or no rank would take a batch.
         """
-        count = self.by_rank[rank].num_assigned + min(self._sizes[rank], left)
+        count = self.by_rank[rank].num_assigned + min(self.cuts.sizes[rank], left)
         if left * shares[rank] > count:
             return False  # more than all ranks together finish by then
         mine = count * seconds[rank]
         capacity = 0
         for r, s in enumerate(seconds):
             if r != rank and s > 0:
-                size = min(self._sizes[r], left)
+                size = min(self.cuts.sizes[r], left)
                 n = (mine / s - self.by_rank[r].num_assigned) / size
                 capacity += size * max(0, math.floor(n) if r < rank else math.ceil(n) - 1)
         return capacity >= left
@@ -386,44 +372,14 @@ class BatchLedger:
         (span,) = epoch.open.take(min(most, len(epoch.open.spans[0])))
         return epoch.epoch, span
 
-    def bounds(self, span: range) -> tuple[int, int]:
-        """Positions ``[start, stop)`` of the samples of consecutive batches."""
-        start, _ = batch_bounds(span.start, self._num_samples, self._batch_size)
-        return start, start + self._samples(span)
-
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
-        spans = epoch.open.take(count, whole=self._sizes[rank])
-        if self.unequal:
-            spans = self._without_small(epoch, spans, self._sizes[rank])
+        spans = epoch.open.take(count, whole=self.cuts.sizes[rank])
+        if self.cuts.unequal:
+            spans = self.cuts.without_small(spans, epoch.open, self.cuts.sizes[rank])
         if epoch.quotas is not None:
             epoch.quotas[rank] -= sum(map(len, spans))
         self._mark_assigned(epoch, rank, spans)
         return spans
-
-    def _without_small(self, epoch: Epoch, spans: Sequence[range], size: int) -> tuple[range, ...]:
-        """Ranges whose batches, and whose rest in the epoch, have :attr:`min_batch` samples."""
-        *others, last = spans
-        parts = [part for span in others for part in self._evened(span, size)]
-        rest = epoch.open.spans[:1]
-        if rest and rest[0].start == last.stop and self._is_small(rest[0]):
-            kept = self._evened(last[:-1], size)
-            if kept and not self._is_small(_last_batch(kept[-1], size)):
-                epoch.open.put_back([last[-1:]])
-                return (*parts, *kept)
-        return (*parts, *self._evened(last, size))
-
-    def _evened(self, span: range, size: int) -> tuple[range, ...]:
-        """A range whose last batch is not too small: the one before gives it a part."""
-        num = len(_last_batch(span, size))
-        if num < len(span) and self._is_small(span[-num:]):
-            before, end = span[: -num - 1], span[-num - 1 :]
-            if before and not self._is_small(_last_batch(before, size)):
-                return before, end
-        return (span,) if span else ()
-
-    def _is_small(self, span: range) -> bool:
-        """True if these batches of the ledger have too few samples for a batch of a rank."""
-        return len(span) <= 1 and self._samples(span) < self.min_batch
 
     def _mark_assigned(self, epoch: Epoch, rank: int, spans: tuple[range, ...]) -> None:
         epoch.notified.add(rank)
@@ -435,7 +391,7 @@ class BatchLedger:
 
     def record_trained(self, rank: int, count: int) -> None:
         """Record that a rank trained its next ``count`` assigned batches, in its own batch size."""
-        ledger, size = self.by_rank[rank], self._sizes[rank]
+        ledger, size = self.by_rank[rank], self.cuts.sizes[rank]
         while count > 0:
             assert ledger.assigned, f"rank {rank} reports batches that it was not assigned"
             epoch, span = ledger.assigned.popleft()
@@ -444,25 +400,6 @@ class BatchLedger:
             if rest:
                 ledger.assigned.appendleft((epoch, rest))
             count -= -(-len(done) // size)
-
-    def batches_of_rank(
-        self, rank: int, spans: Sequence[range]
-    ) -> tuple[tuple[range, ...], tuple[tuple[int, int], ...]]:
-        """Split ranges into batches of the rank's size.
-
-        Returns:
-            The number of each batch, which is that of its first batch in the ledger, and its
-            samples. The last batch of a range may be short.
-        """
-        numbers = tuple(span[:: self._sizes[rank]] for span in spans)
-        pieces = []
-        for span in spans:
-            for first in span[:: self._sizes[rank]]:
-                last = min(first + self._sizes[rank], span.stop) - 1
-                start, _ = batch_bounds(first, self._num_samples, self._batch_size)
-                _, stop = batch_bounds(last, self._num_samples, self._batch_size)
-                pieces.append((start, stop))
-        return numbers, tuple(pieces)
 
     def freeze(self, rank: int) -> None:
         """Record that the rank's trained batches are in its snapshot for the round."""
@@ -485,12 +422,6 @@ class BatchLedger:
         ledger.in_round.clear()
         return count
 
-    def _samples(self, span: range) -> int:
-        total = len(span) * self._batch_size
-        if span and (excess := (span[-1] + 1) * self._batch_size - self._num_samples) > 0:
-            total -= excess  # the epoch's last batch is short
-        return total
-
     def reopen_rank(self, rank: int, shares: Sequence[float], *, in_round: bool = True) -> None:
         """Reopen the unsettled batches of a dead rank.
 
@@ -502,7 +433,7 @@ class BatchLedger:
         lost = [*ledger.trained, *(ledger.in_round if in_round else ())]
         for number, span in lost:
             epoch = self._get(number)
-            epoch.num_retrained += self._samples(span)
+            epoch.num_retrained += self.cuts.num_samples(span)
         for number, span in (*ledger.assigned, *lost):
             epoch = self._get(number)
             self._reopen(epoch, [span])
@@ -532,7 +463,7 @@ class BatchLedger:
 
     def end_short(self, epoch: Epoch) -> int:
         """Omit the open batches of an epoch; returns their number of samples."""
-        omitted = sum(self._samples(span) for span in epoch.open.spans)
+        omitted = sum(self.cuts.num_samples(span) for span in epoch.open.spans)
         epoch.num_omitted += len(epoch.open)
         epoch.open = BatchSet()
         return omitted
@@ -578,11 +509,85 @@ class BatchLedger:
 
     def _settle(self, epoch: Epoch, spans: Sequence[range], sign: int = 1) -> None:
         epoch.num_settled += sign * sum(map(len, spans))
-        epoch.num_samples += sign * sum(map(self._samples, spans))
+        epoch.num_samples += sign * sum(map(self.cuts.num_samples, spans))
 
-    def disable_look_ahead(self) -> None:
-        """Start an epoch only when the one before has closed, from now on."""
-        self._look_ahead = False
+
+class BatchCuts:
+    """Samples of ranges of the ledger, and batches of each rank's own size in them.
+
+    Args:
+        num_samples: Length of the data set.
+        batch_size: Samples in a batch of the ledger.
+        sizes: The size of each rank's batch, in batches of the ledger.
+
+    Attributes:
+        unequal: True if a rank's batches are not those of the ledger.
+        min_batch: Minimum samples of a batch of ranks with unequal batch sizes. Batches are smaller
+            only where a rank's own batch has two batches of the ledger, or one.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, sizes: Sequence[int]) -> None:
+        self._num_samples = num_samples
+        self.batch_size = batch_size
+        self.sizes = tuple(sizes)
+        self.unequal = any(size != 1 for size in sizes)
+        self.min_batch = 1
+
+    def num_samples(self, span: range) -> int:
+        """Samples in consecutive batches of the ledger."""
+        total = len(span) * self.batch_size
+        if span and (excess := (span[-1] + 1) * self.batch_size - self._num_samples) > 0:
+            total -= excess  # the epoch's last batch is short
+        return total
+
+    def bounds(self, span: range) -> tuple[int, int]:
+        """Positions ``[start, stop)`` of these samples in the epoch's permutation."""
+        start = span.start * self.batch_size
+        return start, start + self.num_samples(span)
+
+    def of_rank(
+        self, rank: int, spans: Sequence[range]
+    ) -> tuple[tuple[range, ...], tuple[tuple[int, int], ...]]:
+        """Split ranges into batches of the rank's size.
+
+        Returns:
+            The number of each batch, which is that of its first batch in the ledger, and its
+            samples. The last batch of a range may be short.
+        """
+        size = self.sizes[rank]
+        parts = [span[i : i + size] for span in spans for i in range(0, len(span), size)]
+        return tuple(span[::size] for span in spans), tuple(map(self.bounds, parts))
+
+    def without_small(self, spans: Sequence[range], left: BatchSet, size: int) -> tuple[range, ...]:
+        """Ranges taken for a rank, whose batches have :attr:`min_batch` samples, as has the rest:
+        the last batch is put back if that is needed.
+
+        Args:
+            left: What is left of the epoch.
+            size: The size of the rank's batch.
+        """
+        *others, last = spans
+        parts = [part for span in others for part in self._evened(span, size)]
+        rest = left.spans[:1]
+        if rest and rest[0].start == last.stop and self._is_small(rest[0]):
+            kept = self._evened(last[:-1], size)
+            if kept and not self._is_small(_last_batch(kept[-1], size)):
+                left.put_back([last[-1:]])
+                return (*parts, *kept)
+        return (*parts, *self._evened(last, size))
+
+    def _evened(self, span: range, size: int) -> tuple[range, ...]:
+        """A range whose last batch is not too small: the one before gives it a part."""
+        num = len(_last_batch(span, size))
+        if num < len(span) and self._is_small(span[-num:]):
+            before, end = span[: -num - 1], span[-num - 1 :]
+            if before and not self._is_small(_last_batch(before, size)):
+                return before, end
+        return (span,) if span else ()
+
+    def _is_small(self, span: range) -> bool:
+        """True if these batches of the ledger have too few samples for a batch of a rank."""
+        return len(span) <= 1 and self.num_samples(span) < self.min_batch
 
 
 @dataclass(slots=True)

@@ -15,14 +15,13 @@ from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, Command
-from coordinator.rounds import LimitSender, RoundRunner
+from coordinator.rounds import LimitSender, RoundRunner, RoundState
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.run_finalizer import RunFinalizer
 from coordinator.run_state import Outcome, Phase, RankState, RunState, Statistics
 from coordinator.saved_run import SavedRun
 from coordinator.saving import RunCheckpointer
 from coordinator.stall import StallDetector
-from coordinator.transports import RoundState
 
 STEPS_BACK = 2
 """Optimizer steps under lockstep whose samples are kept after all ranks reported them. A death can
@@ -52,11 +51,10 @@ class Coordinator:
             self._epochs,
             self._saving,
             self._recovery,
-            self._rounds.round,
-            self._rounds.give_up,
+            self._rounds,
         )
         self._limits = LimitSender(self._run, self._rounds)
-        self._stall_detector = StallDetector(self._run, self._rounds.round)
+        self._stall_detector = StallDetector(self._run, self._rounds)
         self._pending_deltas: list[m.Payload] = []
 
     @property
@@ -96,9 +94,10 @@ class Coordinator:
 
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Handle one event; returns the commands to execute, in order."""
-        self._run.begin_event(now)
+        self._run.commands, self._run.now = [], now
         self._rounds.cpu_time.record(event)
         if self._run.phase is not Phase.DONE:
+            self._record_report(event)
             self._dispatch(event, now)
             if self._run.round_schedule.any_limit or not self._rounds.round.is_partial_reply(event):
                 self._advance(now)
@@ -120,10 +119,9 @@ class Coordinator:
         match event:
             case m.Ready():
                 self._on_ready(event)
-            case m.BatchReport():
-                self._on_report(event)
+            case m.BatchReport() | m.Evaluating():
+                pass  # the training is recorded; the stall timer observes both
             case m.EpochReport():
-                self._on_report(event)
                 rank = self._run.ranks[event.rank]
                 rank.num_queued -= 1
                 rank.open_epoch = event.open_epoch
@@ -132,31 +130,19 @@ class Coordinator:
                 self._epochs.measure(event.rank)
                 if event.left:
                     self._on_left(event)
-            case m.ParamSnapshot():
-                if event.report is not None:
-                    self._on_report(event.report)
+            case m.ParamSnapshot() | m.SyncAck():
                 self._take_reply(event, now)
             case m.Averaged():
                 self._on_averaged(event, now)
-            case m.SyncAck():
-                if event.report is not None:
-                    self._on_report(event.report)
-                self._take_reply(event, now)
             case m.CapturedState():
-                if event.report is not None:
-                    self._on_report(event.report)
                 self._saving.on_captured(event)
             case m.TaskDone():
                 self._epochs.on_task_done(event)
             case m.EvaluationRequested():
                 self._epochs.tasks.callers.add(event.rank)
-            case m.Evaluating():
-                pass  # the stall timer observes it
             case m.FinalSnapshot():
                 self._run.ranks[event.rank].final = event
             case m.Halted():
-                if event.report is not None:
-                    self._on_report(event.report)
                 self._on_halted(event, now)
             case m.Regrouped():
                 self._recovery.on_regrouped(event)
@@ -218,6 +204,15 @@ class Coordinator:
                 self._run.send(r.rank, m.SetGlobalStep(step=self._run.position))
             self._limits.begin()
 
+    def _record_report(self, event: m.Event) -> None:
+        """Record the training that an event reports, before its own effect."""
+        match event:
+            case m.BatchReport() | m.EpochReport():
+                self._on_report(event)
+            case m.ParamSnapshot() | m.SyncAck() | m.CapturedState() | m.Halted():
+                if event.report is not None:
+                    self._on_report(event.report)
+
     def _on_report(self, event: m.BatchReport | m.EpochReport) -> None:
         rank, stats = self._run.ranks[event.rank], event.stats
         if rank.state is RankState.DEAD:
@@ -244,7 +239,7 @@ class Coordinator:
         if self._run.lockstep:
             self._epochs.record_time(event.rank, timed, stats.compute_s)
             num_settled = self._run.ledger.report_steps(event.rank, stats.num_batches)
-            self._run.count_batches(num_settled)
+            self._run.global_step += num_settled
             return
         self._run.ledger.record_trained(event.rank, stats.num_batches)
         if self._run.alone:
@@ -315,7 +310,7 @@ class Coordinator:
             self._finalizer.fail(failure, now, saves=saves)
         elif is_leaving:
             # Its last state counts if it was received; the others are leaving.
-            self._run.outcome.survive(failure)
+            self._run.outcome.failures.append(failure)
             if not had_left and self._run.lockstep:
                 self._run.abort_collective()
         elif is_last:
@@ -340,20 +335,6 @@ class Coordinator:
             return
         self._recovery.on_halted(event)
 
-    def _fail_if_halted_too_often(self, now: float) -> bool:
-        limit = self._run.config.max_failed_rounds
-        if self._recovery.num_halts < limit:
-            return False
-        fault, backend = self._recovery.fault, self._run.backend_choice.chosen
-        error = AveragingFailed(
-            f"{limit} reductions in a row failed because a rank did not join in time; raise "
-            "collective_timeout if the steps are long"
-            if fault is None
-            else f"{limit} reductions in a row failed over {backend.name}: {fault}"
-        )
-        self._finalizer.fail(m.WorkerFailure(error=error), now)
-        return True
-
     def _on_all_halted(self, now: float) -> None:
         """Continue from the steps that the halted ranks report, over another backend after
         repeated faults; too many halts in a row end the run.
@@ -365,8 +346,17 @@ class Coordinator:
             why = f"{recovery.num_halts} reductions failed in a row: {fault}"
             if run.exclude_backend(run.backend_choice.chosen, why):
                 recovery.num_halts = 0
-        if not self._fail_if_halted_too_often(now):
+        if recovery.num_halts < limit:
             recovery.agree()
+            return
+        backend = run.backend_choice.chosen
+        error = AveragingFailed(
+            f"{limit} reductions in a row failed because a rank did not join in time; raise "
+            "collective_timeout if the steps are long"
+            if fault is None
+            else f"{limit} reductions in a row failed over {backend.name}: {fault}"
+        )
+        self._finalizer.fail(m.WorkerFailure(error=error), now)
 
     def _on_unconnected(self, event: m.ConnectFailed, now: float) -> None:
         """Handle a group that could not be connected: use another backend, or end the run."""
@@ -406,7 +396,8 @@ class Coordinator:
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
                 if event.state is not None:
                     self._epochs.common[grant.epoch] = event.state
-        run.add_machine_round(event.round, num_elsewhere)
+        run.machine_round = event.round or run.machine_round
+        run.global_step += num_elsewhere
         if event.over:
             run.ledger.end()
         if event.delta is not None:
@@ -428,7 +419,8 @@ class Coordinator:
         run = self._run
         if run.phase is not Phase.RUNNING or self._rounds.round.in_flight or self._pending_deltas:
             return False
-        return run.idle and not any(rank.num_queued for rank in run.live)
+        is_idle = run.ledger.is_idle(in_order=run.lockstep)
+        return is_idle and not any(rank.num_queued for rank in run.live)
 
     def _give_up(self, now: float, *, counts: bool = True) -> None:
         """Abandon the round; too many failures in a row end the run.
@@ -446,15 +438,15 @@ class Coordinator:
             rnd.num_failed -= 1
         if rnd.backend not in self._run.backend_choice.usable:
             rnd.num_failed = 0  # excluded while the round was in flight
-        elif counts and self._run.backend_choice.num_faults and self._too_many_failed():
+        elif counts and self._run.backend_choice.num_faults and self._rounds.too_many_failed:
             # Also if the last one failed because of a death that is not known yet.
             fault = rnd.fault or "a rank did not join the last one"
             why = f"{rnd.num_failed} rounds failed in a row: {fault}"
             if self._run.exclude_backend(rnd.backend, why):
                 rnd.num_failed = 0
-        if self._too_many_failed():
+        if self._rounds.too_many_failed:
             error = AveragingFailed(
-                f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
+                f"{rnd.num_failed} averaging rounds failed in a row; {self._rounds.remedy}"
             )
             self._finalizer.fail(m.WorkerFailure(error=error), now)
             return
@@ -462,27 +454,15 @@ class Coordinator:
             self._recovery.regroup()
         self._limits.readjust()
 
-    def _too_many_failed(self) -> bool:
-        failed = self._rounds.round.num_failed >= self._run.config.max_failed_rounds
-        return failed and self._run.phase is Phase.RUNNING
-
-    def _remedy(self) -> str:
-        c = self._run.config
-        name = self._rounds.transport.timeout_setting
-        value = getattr(c, f"{name}_s")
-        if self._rounds.round.fault is not None:
-            return f"over {self._rounds.round.backend.name}: {self._rounds.round.fault}"
-        return f"raise {name} ({value:g} s) or max_failed_rounds if the steps are long"
-
     def _on_tick(self, now: float) -> None:
         rnd = self._rounds.round
         if rnd.deadline is not None and now >= rnd.deadline:
             if rnd.state is RoundState.COLLECTING:
                 self._give_up(now)
-            elif (missing := self._rounds.extend_deadline(now)) and self._too_many_failed():
+            elif (missing := self._rounds.extend_deadline(now)) and self._rounds.too_many_failed:
                 error = AveragingFailed(
                     f"the ranks {list(missing)} have not answered a round for "
-                    f"{rnd.num_failed} times {rnd.deadline - now:g} s; {self._remedy()}"
+                    f"{rnd.num_failed} times {rnd.deadline - now:g} s; {self._rounds.remedy}"
                 )
                 self._finalizer.fail(m.WorkerFailure(error=error), now)
         if self._finalizer.deadline is not None and now >= self._finalizer.deadline:
@@ -536,10 +516,9 @@ class Coordinator:
                 self._epochs.starve_steps()
             elif not self._run.lockstep or self._epochs.is_between_plans:
                 self._finalizer.shut_down_ranks()
-        if self._run.phase is Phase.LEAVING:
-            self._finalizer.collect()
-        if self._run.phase is Phase.FAILING and not any(r.present for r in self._run.ranks):
-            self._finalizer.collect_after_failure(now)
+        is_ending = self._run.phase in (Phase.LEAVING, Phase.FAILING)
+        if is_ending and not any(rank.present for rank in self._run.ranks):
+            self._finalizer.collect(now)
 
     def _continue_lockstep(self) -> None:
         """Between two plans of ``SYNC``, do what all ranks must do at one step; else send plans."""

@@ -7,15 +7,14 @@ the batches in it are consistent: it is the state from which a later run can res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from coordinator import messages as m
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.messages import FINAL_ROUND, AbortCollective, Average, Payload
+from coordinator.rounds import Checkpoints, RoundRunner
 from coordinator.run_state import Phase, RankState, RunState
-from coordinator.transports import Round
 
 MAX_COLLECT_S = 30.0
 """Longest time to wait for the ranks' last states after a failure, and for their average."""
@@ -33,20 +32,18 @@ class RunFinalizer:
         self,
         run: RunState,
         epochs: EpochScheduler,
-        saving: FinalCheckpoints,
+        saving: Checkpoints,
         recovery: FailureRecovery,
-        round: Round,
-        give_up_round: Callable[[], object],
+        rounds: RoundRunner,
     ) -> None:
         self._run = run
         self._epochs = epochs
         self._saving = saving
         self._recovery = recovery
-        self._round = round
-        self._give_up_round = give_up_round
+        self._rounds = rounds
         self._collects = False
         self._trained_before = run.num_trained  # by the run that this one resumes
-        self._is_averaging = False  # after a failure
+        self._is_averaging = False
         self._lead: Payload | None = None
         self.deadline: float | None = None
 
@@ -65,33 +62,54 @@ class RunFinalizer:
                 self._run.send(rank.rank, m.Shutdown(snapshot=snapshot, capture=capture))
         self._run.enter(Phase.LEAVING)
 
-    def collect(self) -> None:
-        """Make the result from the last states, once all ranks have left."""
-        if any(r.present for r in self._run.ranks):
+    def collect(self, now: float) -> None:
+        """Make the result of the last states, once no rank is awaited; after a failure, a state to
+        resume from.
+        """
+        if self._is_averaging:
             return
-        sent = [r.final for r in self._run.ranks if r.final is not None]
-        finals = _newest([f for f in sent if f.fault is None])
+        run = self._run
+        has_failed = run.phase is Phase.FAILING
+        sent = [r.final for r in run.ranks if r.final is not None]
+        usable = [f for f in sent if f.fault is None]
+        if has_failed:
+            usable = list(_captured(usable)) if self._collects else []
+        finals = _newest(usable)
+        if has_failed and finals:
+            self._freeze(finals)
+        if has_failed and (not finals or run.num_trained == self._trained_before):
+            self.finish()  # there is nothing to save
+            return
+        if not has_failed:
+            self._end(finals, sent)
+        self._is_averaging = self._average(finals)
+        if not self._is_averaging:
+            self.finish()
+        elif has_failed:
+            self.deadline = now + MAX_COLLECT_S
+        else:
+            run.enter(Phase.AVERAGING)
+
+    def _end(self, finals: Sequence[m.FinalSnapshot], sent: Sequence[m.FinalSnapshot]) -> None:
+        """Publish the last epochs, and capture the run with these of the states that were sent."""
+        run, outcome = self._run, self._run.outcome
         self._epochs.publish(anyway=True)
         if not finals and sent:
             fault = sent[0].fault
             assert fault is not None
-            self._run.outcome.fail(
+            outcome.fail(
                 m.WorkerFailure(
                     error=fault.error, rank=fault.rank, epoch=fault.epoch, step=fault.step
                 )
             )
-        elif not finals and self._run.outcome.failures:
-            self._run.outcome.fail(self._run.outcome.failures[-1])
-        if self._run.outcome.failure is None:
+        elif not finals and outcome.failures:
+            outcome.fail(outcome.failures[-1])
+        if outcome.failure is None:
             self._freeze(finals)
-            limited = self._run.config.max_steps is not None and not self._run.config.granted
-            if limited and not self._run.outcome.stopped:
+            limited = run.config.max_steps is not None and not run.config.granted
+            if limited and not outcome.stopped:
                 # Not in the checkpoint: a resumed run publishes the whole epoch.
                 self._epochs.publish_partial()
-        if self._average(finals):
-            self._run.enter(Phase.AVERAGING)
-        else:
-            self.finish()
 
     def _freeze(self, finals: Sequence[m.FinalSnapshot]) -> None:
         """Count exactly the batches in the last states, and capture the run with them."""
@@ -114,7 +132,7 @@ class RunFinalizer:
             payloads = [_with_buffers(None, payload) for payload in payloads]
             averages = averages and bool(lead.buffers or lead.other_buffers)
         if not averages:
-            self._run.outcome.conclude(lead)
+            self._run.outcome.payload = lead
             self._saving.emit_final(lead)
             return False
         self._run.emit(
@@ -136,7 +154,7 @@ class RunFinalizer:
             average = _with_buffers(self._lead, average)
         if self._run.phase is Phase.AVERAGING and event.error is not None:
             outcome.fail(m.WorkerFailure(error=event.error))
-        outcome.conclude(average)
+        outcome.payload = average
         self._saving.emit_final(average)
         self.finish()
 
@@ -161,22 +179,23 @@ class RunFinalizer:
             now: The present time.
             saves: False if the ranks' states must not be used.
         """
-        run, rnd = self._run, self._round
+        run, rnd = self._run, self._rounds.round
         self._collects = self.collects(saves=saves)
         run.outcome.fail(failure)
         if run.phase is Phase.FAILING:
             return
         run.enter(Phase.FAILING)
+        self._is_averaging = False  # the result is not awaited
         self._recovery.phase = RecoveryPhase.NONE
         self._saving.cancel()
         self.deadline = now + (self._collect_s if self._collects else run.config.grace_s)
         if rnd.in_flight:
-            ranks, number = rnd.ranks, rnd.id
-            self._give_up_round()
+            ranks = rnd.ranks
+            self._rounds.give_up()
             for rank in ranks:
                 # All of them: acknowledgements may be in flight. Others ignore it.
                 if run.ranks[rank].present:
-                    run.send(rank, m.Rollback(round=number))
+                    run.send(rank, m.Rollback(round=rnd.id))
         run.emit(AbortCollective())
         capture = self._collects and self._saving.final_checkpoint_due
         for info in run.ranks:
@@ -199,35 +218,15 @@ class RunFinalizer:
         if self._is_averaging:
             self.finish()
             return
-        self._run.outcome.miss(r.rank for r in self._run.ranks if r.present)
-        self.collect_after_failure(now)
-
-    def collect_after_failure(self, now: float) -> None:
-        """Make a state to resume from of the last states, once no rank is awaited."""
-        if self._is_averaging:
-            return
-        run = self._run
-        sent = [r.final for r in run.ranks if r.final is not None and r.final.fault is None]
-        finals = _newest(_captured(sent)) if self._collects else []
-        if not finals:
-            self.finish()
-            return
-        self._freeze(finals)
-        if run.num_trained == self._trained_before:
-            self.finish()  # there is nothing to save
-            return
-        self._is_averaging = self._average(finals)
-        if self._is_averaging:
-            self.deadline = now + MAX_COLLECT_S
-        else:
-            self.finish()
+        self._run.outcome.missing = tuple(r.rank for r in self._run.ranks if r.present)
+        self.collect(now)
 
     def finish(self) -> None:
         """Make the outcome final and release tensors."""
         self._run.enter(Phase.DONE)
         self.deadline = None
-        self._round.deadline = None
-        self._round.drop_snapshots()
+        self._rounds.round.deadline = None
+        self._rounds.round.snapshots = {}
         for rank in self._run.ranks:
             rank.final = None
 
@@ -250,20 +249,3 @@ def _with_buffers(lead: Payload | None, average: Payload) -> Payload:
         buffers=average.buffers,
         other_buffers=average.other_buffers,
     )
-
-
-class FinalCheckpoints(Protocol):
-    """The end of :class:`~coordinator.saving.RunCheckpointer`."""
-
-    @property
-    def final_checkpoint_due(self) -> bool:
-        """True if the ranks' last states are saved as a checkpoint."""
-
-    def cancel(self) -> None:
-        """Discard the checkpoint in progress."""
-
-    def freeze_final(self, finals: Sequence[m.FinalSnapshot]) -> None:
-        """Capture the run at its end, with these last states."""
-
-    def emit_final(self, payload: m.Payload | None) -> None:
-        """Save the final checkpoint with the result."""

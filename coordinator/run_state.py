@@ -35,8 +35,6 @@ from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 class RunState:
     """State of a run.
 
-    Its fields are changed by its methods alone.
-
     Attributes:
         alone: True with one live rank, so that nothing is averaged.
         lockstep: True if gradients are averaged in each step (``SYNC``).
@@ -83,9 +81,9 @@ class RunState:
                 if self.lockstep or config.batch_sizes is None
                 else [size // config.batch_size for size in config.batch_sizes]
             ),
-            look_ahead=not (self.alone and config.has_epoch_work),
             granted=config.granted,
         )
+        self.ledger.look_ahead = not (self.alone and config.has_epoch_work)
         self.elche = ElChe(
             world,
             config.anchor,
@@ -141,11 +139,6 @@ class RunState:
         return self.config.count_steps(self.global_step)
 
     @property
-    def idle(self) -> bool:
-        """True if no batch is assigned and none can be assigned now."""
-        return self.ledger.is_idle(in_order=self.lockstep)
-
-    @property
     def live(self) -> list[Rank]:
         return [r for r in self.ranks if r.state is RankState.LIVE]
 
@@ -160,10 +153,6 @@ class RunState:
         """The budget that a rank receives at the start and with each round."""
         budget = self.budget(rank, self.round_schedule.initial_limit(rank))
         return replace(budget, lr_factor=self.lr_factor.current)
-
-    def update_lr_factor(self) -> None:
-        """Decide the factor of the learning rate that follows the next round."""
-        self.lr_factor.update(self.elche.batch_counts)
 
     def budget(self, rank: int, limit: int | None) -> BatchBudget:
         return BatchBudget(limit=limit, report_after=self.round_schedule.report_after(rank))
@@ -224,10 +213,6 @@ class RunState:
         """True if the rank is live; -1 is no rank."""
         return rank >= 0 and self.ranks[rank].state is RankState.LIVE
 
-    def begin_event(self, now: float) -> None:
-        """Begin an event at a time, with no commands."""
-        self.commands, self.now = [], now
-
     def emit(self, command: Command) -> None:
         self.commands.append(command)
 
@@ -236,31 +221,20 @@ class RunState:
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Append a command that sends a message to a worker."""
-        self.emit(Send(rank=rank, message=message))
+        self.commands.append(Send(rank=rank, message=message))
 
     def abort_collective(self) -> None:
         """Append a command that aborts the present collective group."""
         self.emit(AbortCollective(generation=self.generation))
-
-    def start_generation(self) -> None:
-        """Number the next collective group; messages of the groups before are ignored."""
-        self.generation += 1
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; asserts a legal transition."""
         assert phase in _PHASE_TRANSITIONS[self.phase], f"{self.phase} -> {phase}"
         self.phase = phase
 
-    def stop_averaging(self) -> None:
-        """One rank is left: from now on nothing is averaged."""
-        self.alone = True
-
     def settle(self, rank: int) -> None:
         """Settle and count the frozen batches of a rank: their effect is in the result."""
-        self.count_batches(self.ledger.settle(rank))
-
-    def count_batches(self, num_batches: int) -> None:
-        self.global_step += num_batches
+        self.global_step += self.ledger.settle(rank)
 
     def count_averagings(self, num: int, epoch: Epoch | None) -> None:
         """Count completed averagings, of an epoch if it is open; negative ones are undone."""
@@ -268,22 +242,13 @@ class RunState:
         if epoch is not None:
             epoch.num_averagings += num
 
-    def count_failed_round(self) -> None:
-        """Count an abandoned or late round."""
-        self.num_failed_rounds += 1
-
-    def add_machine_round(self, round: MachineRound | None, num_elsewhere: int) -> None:
-        """Record a round between machines, and count the batches that the others settled."""
-        self.machine_round = round or self.machine_round
-        self.count_batches(num_elsewhere)
-
     def require_batch_statistics(self) -> None:
         """Keep pieces and batches at two samples or none, unless a rank's own has a single one."""
         c, world = self.config, len(self.ranks)
         own = [size for size in c.batch_sizes or (c.batch_size,) if size]
         if self.lockstep and c.global_batch_size is not None and c.batch_sizes is None:
             own = [-(-self.slice_samples(range(world)) // world)]
-        self.shares.min_piece = self.ledger.min_batch = min(2, *own)
+        self.shares.min_piece = self.ledger.cuts.min_batch = min(2, *own)
 
     def load_counters(self, saved: SavedRun) -> None:
         """Restore the counters of an earlier run from its checkpoint."""
@@ -503,7 +468,7 @@ class Rank:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a run, changed by its own methods only.
+    """The outcome of a run.
 
     Attributes:
         payload: The final average; after a failure, of the ranks that left a usable state.
@@ -521,17 +486,6 @@ class Outcome:
     reason: str = "finished"
     missing: tuple[int, ...] = ()
 
-    def restore(self, metrics: Iterable[EpochMetrics]) -> None:
-        """Set the closed epochs of the run that is resumed."""
-        self.metrics = list(metrics)
-
-    def close_epoch(self, metrics: EpochMetrics) -> None:
-        self.metrics.append(metrics)
-
-    def survive(self, failure: WorkerFailure) -> None:
-        """Add the death of a rank that the run survives."""
-        self.failures.append(failure)
-
     def fail(self, failure: WorkerFailure) -> None:
         """Set the cause of a failed run; the first one counts."""
         if self.failure is None:
@@ -542,14 +496,6 @@ class Outcome:
         """Record an early stop; the first one counts."""
         if not self.stopped:
             self.stopped, self.reason = True, reason
-
-    def miss(self, ranks: Iterable[int]) -> None:
-        """Set the ranks that did not leave in time."""
-        self.missing = tuple(ranks)
-
-    def conclude(self, payload: Payload | None) -> None:
-        """Set the final average; ``None``: there is none."""
-        self.payload = payload
 
     def release(self) -> None:
         """Free the average, and the failures with their frames."""

@@ -235,7 +235,7 @@ class RunCheckpointer:
                 run.ledger.freeze(rank.rank)
                 num_batches = run.ledger.settle(rank.rank)
                 if not (run.alone or run.lockstep):
-                    run.count_batches(num_batches)
+                    run.global_step += num_batches
             elif not run.lockstep:
                 run.ledger.reopen_rank(rank.rank, run.elche.shares)
         for final in finals:

@@ -12,9 +12,9 @@ from typing import Any, assert_never
 
 from coordinator import messages as m
 from coordinator.messages import ReportStall
+from coordinator.rounds import Round, RoundRunner
 from coordinator.run_errors import RunStalled
 from coordinator.run_state import Phase, RunState
-from coordinator.transports import Round
 
 NUM_KEPT = 8
 """Messages kept for each rank and direction."""
@@ -28,9 +28,9 @@ class StallDetector:
     ranks that wait for each other would look busy.
     """
 
-    def __init__(self, run: RunState, round: Round) -> None:
+    def __init__(self, run: RunState, rounds: RoundRunner) -> None:
         self._run = run
-        self._round = round
+        self._rounds = rounds
         self._last: float | None = None
         self._seen = (0, 0)
 
@@ -43,13 +43,17 @@ class StallDetector:
         run = self._run
         if self._last is None or run.phase in (Phase.FAILING, Phase.DONE):
             return None
-        if run.config.granted and run.phase is Phase.RUNNING and run.idle:
+        if (
+            run.config.granted
+            and run.phase is Phase.RUNNING
+            and run.ledger.is_idle(in_order=run.lockstep)
+        ):
             return None  # waiting for other machines
         return self._last + self._run.config.stall_timeout_s
 
     def observe(self, event: m.Event, now: float) -> None:
         """Restart the timer if a handled event made progress."""
-        rnd = self._round
+        rnd = self._rounds.round
         completed = self._seen[0] if rnd.in_flight or rnd.num_failed else rnd.id
         seen = (completed, len(self._run.outcome.metrics))
         if self._last is None or seen != self._seen or _is_progress(event):
@@ -67,7 +71,7 @@ class StallDetector:
             "takes that long; .report holds the stack of every thread"
         )
         # Reported before the commands of a failure wake the threads.
-        run.emit(ReportStall(error=error, state=describe(run, self._round)))
+        run.emit(ReportStall(error=error, state=describe(run, self._rounds.round)))
         return error
 
 

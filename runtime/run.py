@@ -503,7 +503,7 @@ class Run:
             if error is None:
                 whole = None if self._cluster_hooks is None else self._cluster_hooks.result()
                 if whole is not None:
-                    self.machine.outcome.conclude(whole)
+                    self.machine.outcome.payload = whole
                 state = self._state(errors)
                 load_given(state)
             else:

@@ -21,8 +21,8 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.metrics import EpochMetrics
+from coordinator.rounds import Round, RoundState
 from coordinator.run_state import RunState
-from coordinator.transports import Round, RoundState
 from runtime.timeline.buffers import NUM_POINTS, Decimated, Ring, Row, TimeBins
 from runtime.timeline.events import (
     ARGS,

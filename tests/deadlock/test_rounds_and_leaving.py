@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from coordinator import messages as m
-from coordinator.transports import RoundState
+from coordinator.rounds import RoundState
 from runtime import create_collectives, current_worker
 from runtime.worker.protocol import WorkerState
 from tests.deadlock.faults import BOUND_S

@@ -12,14 +12,13 @@ from coordinator.cadence import RoundSchedule
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery
-from coordinator.ledger import BatchLedger
+from coordinator.ledger import BatchCuts, BatchLedger
 from coordinator.lr_factor import LrFactor
 from coordinator.machine import Coordinator
-from coordinator.rounds import RoundRunner
+from coordinator.rounds import Round, RoundRunner
 from coordinator.run_state import RunState
 from coordinator.shares import Shares
 from coordinator.steps import StepPlan, StepQueue
-from coordinator.transports import Round
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
@@ -327,12 +326,12 @@ def test_a_batch_counted_as_one_of_the_ledger_is_found(monkeypatch):
 
 
 def test_the_size_of_another_rank_in_a_plan_is_found(monkeypatch):
-    batches_of_rank = BatchLedger.batches_of_rank
+    of_rank = BatchCuts.of_rank
 
     def mistaken(self, rank, spans):
-        return batches_of_rank(self, (rank + 1) % len(self.by_rank), spans)
+        return of_rank(self, (rank + 1) % len(self.sizes), spans)
 
-    monkeypatch.setattr(BatchLedger, "batches_of_rank", mistaken)
+    monkeypatch.setattr(BatchCuts, "of_rank", mistaken)
     assert_is_found("has batches of", drawn(sized_apart))
 
 
@@ -341,7 +340,7 @@ def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
     settle = BatchLedger.settle
 
     def whole(self, rank):
-        size = self._sizes[rank]
+        size = self.cuts.sizes[rank]
         return -(-settle(self, rank) // size) * size
 
     monkeypatch.setattr(BatchLedger, "settle", whole)
@@ -442,14 +441,11 @@ def test_a_message_to_the_dead_is_found(monkeypatch):
 
 def test_epochs_that_close_out_of_order_are_found(monkeypatch):
     def first_settled(self):
-        return next(
-            (epoch for epoch in self.epochs if epoch.settled), next(iter(self.epochs), None)
-        )
-
-    def pop(self):
-        self.epochs.remove(epoch := self.oldest)
-        return epoch
+        settled = next((epoch for epoch in self.epochs if epoch.settled), None)
+        if settled is not None:
+            self.epochs.remove(settled)
+            self.epochs.appendleft(settled)
+        return self.epochs[0] if self.epochs else None
 
     monkeypatch.setattr(BatchLedger, "oldest", property(first_settled))
-    monkeypatch.setattr(BatchLedger, "pop_oldest", pop)
     assert_is_found("epoch 1 closes after []", first=76)

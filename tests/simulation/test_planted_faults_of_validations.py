@@ -9,7 +9,7 @@ import pytest
 from coordinator.average_tasks import AverageTasks
 from coordinator.config import ApplyPolicy
 from coordinator.messages import TaskKind
-from coordinator.transports import Round
+from coordinator.rounds import Round
 from runtime.evaluation.shared_evaluation import EvaluationPart, SharedEvaluations
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import simulate

@@ -10,9 +10,8 @@ import pytest
 from coordinator import messages as m
 from coordinator.backend_choice import BackendChoice
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.rounds import RoundRunner
+from coordinator.rounds import RoundRunner, SnapshotTransport
 from coordinator.run_state import RunState
-from coordinator.transports import SnapshotTransport
 from tests.simulation.finding import NUM_SCHEDULES, STUCK, assert_is_found
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.schedule import (

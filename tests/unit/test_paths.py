@@ -132,9 +132,7 @@ def test_a_message_of_a_round_passes_eight_files_at_most_over_both_transports(wa
 @pytest.mark.parametrize("way", [(CADENCE, THREAD), (CADENCE, OVER_CPU)])
 def test_an_answer_passes_the_same_files_over_both_transports(way):
     found = Files(m.SyncAck, m.ParamSnapshot).of_run(builder(dataset=Read(), way=way).anchor(2))
-    coordinators = {
-        f"coordinator/{name}.py" for name in ("service", "stall", "machine", "rounds", "transports")
-    }
+    coordinators = {f"coordinator/{name}.py" for name in ("service", "stall", "machine", "rounds")}
     assert found == coordinators | {
         "runtime/worker/flow.py",
         "runtime/worker/reporter.py",

@@ -96,9 +96,9 @@ def test_a_restored_run_has_the_whole_state_of_the_first():
     first.ranks[1].note(ReportStats(num_batches=3, num_samples=12, compute_s=0.5))
     first.ledger.open_epoch(first.elche.shares)
     first.ledger.oldest.stats.add(1, ReportStats(num_batches=3, num_samples=12, loss_sum=0.1))
-    first.count_batches(3)
+    first.global_step += 3
     first.count_averagings(2, first.ledger.oldest)
-    first.count_failed_round()
+    first.num_failed_rounds += 1
     state = capture_run(first, (), 1.5, {})
     restore_run(second, state)
     assert capture_run(second, (), 1.5, {}) == state

@@ -78,7 +78,7 @@ def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
     assert [assign(ledger, 0)[0], assign(ledger, 1)[0]] == [0, 1]
     assert assign(ledger, 0) is None
     settle_all(ledger)
-    assert ledger.pop_oldest().epoch == 0
+    assert ledger.epochs.popleft().epoch == 0
     assert assign(ledger, 0)[0] == 2
 
 
@@ -90,7 +90,7 @@ def test_max_batches_is_spent_on_the_oldest_epoch_first():
     assert [assign(ledger, 1) for _ in range(3)] == [(0, (range(2, 3),)), (0, (range(3, 4),)), None]
     assert ledger.exhausted
     settle_all(ledger)
-    assert ledger.pop_oldest().settled
+    assert ledger.epochs.popleft().settled
 
 
 # -- lockstep --------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_every_batch_is_assigned_and_settled_exactly_once(data):
                 settle_all(ledger)
             settle_all(ledger)
         while ledger.oldest is not None and ledger.oldest.settled:
-            epoch = ledger.pop_oldest()
+            epoch = ledger.epochs.popleft()
             assert epoch.num_samples == num_samples
             closed.append(epoch.epoch)
     assert closed == list(range(len(closed)))
@@ -229,7 +229,7 @@ def test_no_rank_of_unequal_batches_is_left_with_a_single_sample(data):
         num_samples=num_samples, batch_size=unit, num_epochs=1, world_size=world,
         granularity=data.draw(st.integers(1, 2), "accumulate"), sizes=sizes,
     )  # fmt: skip
-    ledger.min_batch = 2
+    ledger.cuts.min_batch = 2
     alive, num_settled = list(range(world)), 0
 
     def shares():
@@ -251,7 +251,7 @@ def test_no_rank_of_unequal_batches_is_left_with_a_single_sample(data):
         chunk = assign(ledger, rank, seconds, shares())
         if chunk is None:
             break
-        for start, stop in ledger.batches_of_rank(rank, chunk[1])[1]:
+        for start, stop in ledger.cuts.of_rank(rank, chunk[1])[1]:
             assert 2 <= stop - start <= sizes[rank] * unit
         if data.draw(st.booleans(), "trains"):
             train(rank)

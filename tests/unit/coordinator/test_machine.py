@@ -626,6 +626,24 @@ def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death()
     assert run.machine.run_state.alone
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (m.ParamSnapshot, {"round": 7, "payload": EMPTY, "num_samples": 2, "num_batches": 1}),
+        (m.SyncAck, {"round": 7}),
+        (m.CapturedState, {"id": 7, "payload": EMPTY, "num_samples": 2, "step": 1, "extra": {}}),
+        (m.Halted, {"generation": 7, "step": 1}),
+    ],
+)
+def test_training_that_is_reported_with_a_reply_counts_whatever_becomes_of_the_reply(kind, fields):
+    run = Run()
+    stats = m.ReportStats(num_batches=1, num_samples=2, loss_sum=6.0, loss_samples=2)
+    report = m.BatchReport(rank=1, epoch=0, stats=stats)
+    run.handle(kind(rank=1, report=report, **fields))
+    found = run.machine.statistics()
+    assert (found.loss_sum, found.ranks[1].num_samples, found.num_trained) == (6.0, 2, 1)
+
+
 # -- SYNC and one device -----------------------------------------------------------------------
 
 

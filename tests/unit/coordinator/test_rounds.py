@@ -6,12 +6,11 @@ from itertools import product
 import pytest
 
 from coordinator import messages as m
-from coordinator.transports import Round, RoundState
+from coordinator.rounds import Round, RoundState
+from tests.unit.coordinator.test_machine import at_a_round
 
 EMPTY = m.Payload(params=())
 LEGAL = {
-    (RoundState.NONE, RoundState.COLLECTING),
-    (RoundState.NONE, RoundState.SYNCING),
     (RoundState.COLLECTING, RoundState.COMPUTING),
     (RoundState.COLLECTING, RoundState.NONE),
     (RoundState.COMPUTING, RoundState.DELIVERING),
@@ -21,13 +20,8 @@ LEGAL = {
 }
 
 
-def begin(rnd, state=RoundState.COLLECTING, ranks=(0, 1)):
-    rnd.begin(state, ranks, epoch=None, generation=0)
-    return rnd
-
-
-def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
-    return begin(Round(), state, ranks)
+def begun(state=RoundState.COLLECTING, ranks=(0, 1), number=1):
+    return Round(id=number, state=state, ranks=ranks)
 
 
 def snapshot(rank=0, round_id=1):
@@ -47,16 +41,14 @@ def test_a_round_makes_only_legal_transitions(state, target):
 
 
 def test_a_round_cannot_start_while_another_is_in_flight():
-    rnd = begun(RoundState.SYNCING)
-    with pytest.raises(AssertionError, match=r"RoundState\.SYNCING -> RoundState\.SYNCING"):
-        begin(rnd, RoundState.SYNCING)
+    run = at_a_round()
+    with pytest.raises(AssertionError, match="one round at a time"):
+        run.machine.rounds.start(0.0)
 
 
 def test_a_reply_to_an_old_round_is_ignored():
     """D15."""
-    rnd = begun()
-    rnd.move(RoundState.NONE)
-    begin(rnd)
+    rnd = begun(number=2)
     assert not rnd.accepts(snapshot(round_id=1), RoundState.COLLECTING)
     assert rnd.accepts(snapshot(round_id=2), RoundState.COLLECTING)
 
