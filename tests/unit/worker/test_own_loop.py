@@ -907,6 +907,16 @@ def test_the_error_of_a_further_step_names_its_loss():
         loop_builder(loop).run().join(WAIT_S)
 
 
+def test_a_step_of_one_optimizer_leaves_the_gradients_of_another_in_progress():
+    def loop(worker):
+        for batch in worker.batches():
+            worker.backward(maker_loss(worker.model, batch), optimizer="maker")
+            worker.step(judge_loss(worker.model, batch), optimizer="judge")
+
+    with pytest.raises(WorkerFailed, match=r"worker.backward\(\) has left gradients"):
+        run(Trainer.loop(gan, gan_optimizers, loop), ranks=1)
+
+
 def test_scalars_between_two_steps_count_while_another_optimizer_accumulates():
     def loop(worker):
         for batch in worker.batches():
