@@ -313,18 +313,15 @@ class EpochScheduler:
         return True
 
     def _send_plan(self, plan: StepPlan) -> None:
-        epoch = self._run.ledger.epochs[0]
-        has_more = self._run.ledger.has_more(epoch)
-        pauses = has_more and self._batches_until_pause(plan.first_step + len(plan.span)) == 0
-        more = has_more and not pauses
-        is_partial = bool(epoch.open) and not more
+        epoch, then = self._run.ledger.epochs[0], m.AfterPlan.MORE
+        if not epoch.open:
+            then = m.AfterPlan.EPOCH_END
+        elif not self._run.ledger.has_more(epoch):
+            then = m.AfterPlan.RUN_END
+        elif self._batches_until_pause(plan.first_step + len(plan.span)) == 0:
+            then = m.AfterPlan.PAUSE
         for rank in self._run.live:
-            self._start(
-                rank,
-                m.EpochPlan(
-                    epoch=plan.epoch, steps=plan, more=more, pauses=pauses, is_partial=is_partial
-                ),
-            )
+            self._start(rank, m.EpochPlan(epoch=plan.epoch, steps=plan, then=then))
 
     def _measure_plans(self, num_queued: int) -> None:
         """Measure the steps of the plans that all ranks have completed. A plan is at most about

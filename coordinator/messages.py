@@ -26,6 +26,25 @@ if TYPE_CHECKING:
 # that training writes to.
 
 
+class AfterPlan(Enum):
+    """What follows a plan for its ranks. Under ``CADENCE`` and ``ASYNC``, which average buffers in
+    rounds, it is always ``EPOCH_END``.
+    """
+
+    MORE = "more"
+    """More of the epoch, unless a rank dies or the run ends."""
+    PAUSE = "pause"
+    """All ranks stop within the epoch for an evaluation."""
+    RUN_END = "run_end"
+    """``max_steps`` ends the run within the epoch."""
+    EPOCH_END = "epoch_end"
+
+    @property
+    def is_end(self) -> bool:
+        """True if no step over several batches may continue after the plan."""
+        return self in (AfterPlan.RUN_END, AfterPlan.EPOCH_END)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
     """Batches of one epoch to train: for one rank, or under ``SYNC`` for all ranks together.
@@ -39,10 +58,7 @@ class EpochPlan:
         pieces: For ranks with a batch size of their own, the samples of each batch, as positions
             ``[start, stop)`` in the epoch's permutation; empty: those of the batches.
         steps: Under ``SYNC``, the batches and their pieces; the same for all ranks.
-        more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
-        pauses: Under ``SYNC``, all ranks stop after the plan for an evaluation within the epoch.
-        is_partial: Under ``SYNC``, all ranks stop after the plan within the epoch, for an
-            evaluation or because ``max_steps`` ends the run.
+        then: What follows it.
         metrics: Value of each closed epoch for a scheduler that steps by a metric; ``None``: the
             epoch has no such metric. Empty without such a scheduler.
     """
@@ -51,9 +67,7 @@ class EpochPlan:
     batches: tuple[range, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
     steps: StepPlan | None = None
-    more: bool = False
-    pauses: bool = False
-    is_partial: bool = False
+    then: AfterPlan = AfterPlan.EPOCH_END
     metrics: tuple[float | None, ...] = ()
 
     @property

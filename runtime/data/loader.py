@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coordinator.messages import EpochPlan
+from coordinator.messages import AfterPlan, EpochPlan
 from runtime.core.threads import in_own_context
 from runtime.data.batches import (
     PlanQueue,
@@ -229,7 +229,7 @@ class ThreadLoader(Loader):
                 raise RuntimeError("the loader is closed")
             self._positions.put(plan)
             self._changed.notify_all()
-        self._stage.submitted(plan.num_loads(self.rank), more=plan.more)
+        self._stage.submitted(plan.num_loads(self.rank), more=plan.then is AfterPlan.MORE)
         if self._thread is None:
             thread = threading.Thread(
                 target=in_own_context(self._run), name=f"prefetch-{self.rank}", daemon=True

@@ -308,14 +308,14 @@ class WorkerFlow:
                     self._reporter.report_if_due()
             ops.confirm_steps()
             if steps.steps:
-                ops.end_steps(closes=self._is_lockstep and not (plan.more or plan.pauses))
+                ops.end_steps(closes=self._is_lockstep and plan.then.is_end)
             self._is_starved = ops.is_open and not plan.num_batches
-            if ops.is_open or plan.more:
+            if ops.is_open or plan.then is m.AfterPlan.MORE:
                 self.protocol.end_plan()
                 open_epoch = self._progress.begun_epoch if ops.is_open else None
                 self._reporter.report_epoch(plan.epoch, wait=False, open_epoch=open_epoch)
             else:
-                yield from ops.end_epoch(is_partial=plan.is_partial)
+                yield from ops.end_epoch(is_partial=plan.then is not m.AfterPlan.EPOCH_END)
                 self._end_plan(plan)
             return False
 

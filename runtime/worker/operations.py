@@ -227,7 +227,7 @@ class StepOperations:
         """Compare the replicas and average the buffers, after the last step of an epoch.
 
         Args:
-            is_partial: The epoch continues after a pause.
+            is_partial: More of the epoch is left.
         """
         yield from ()
         self._replica.check_structure()

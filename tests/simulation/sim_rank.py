@@ -243,7 +243,7 @@ class SimRank:
             self.left_epoch = self.progress.begun_epoch if self.is_open else plan.epoch
             self._sim.checks.on_left(self.rank, self.left_epoch)
             return False
-        closes = not (plan.more or plan.pauses) and index + 1 == len(steps.steps)
+        closes = plan.then.is_end and index + 1 == len(steps.steps)
         stays_open = self._stays_open(plan.epoch, steps.position(index), closes=closes)
         if sizes and (yield from self._load(sizes[0], answer=not self.is_open)) is None:
             return False
