@@ -163,8 +163,7 @@ class WorkerFlow:
                 message = yield from self._next_message(left)
             except queue.Empty:
                 return False
-            if not isinstance(message, Wake):
-                self.protocol.receive(message)
+            yield from self._receive(message)
         return True
 
     def report_exiting(self) -> None:

@@ -159,12 +159,15 @@ class WorkerProtocol:
 
         Returns:
             The message if it requires work on the replica now, or the reply if it needs none, else
-            ``None``. A worker that is leaving joins no round, since its peers may be gone.
+            ``None``. A worker that is leaving joins no round, since its peers may be gone, but
+            undoes the one that they did not complete: its final state is part of the result.
         """
         if isinstance(message, m.Shutdown):
             self.shutdown = message
             self.leave()
             return None
+        if isinstance(message, m.Rollback):
+            return message if self.on_rolled_back(message.round) else None
         if self.leaving:
             return None
         match message:
@@ -189,8 +192,6 @@ class WorkerProtocol:
                 # A worker that has halted in this group, or joined a later one, has replied.
                 has_replied = self.state is _S.HALTED or message.generation != self.generation
                 return None if has_replied else message
-            case m.Rollback():
-                return message if self.on_rolled_back(message.round) else None
             case _ if isinstance(message, m.ToWorkerReplica):
                 return message
             case _:

@@ -221,6 +221,18 @@ def test_weights_cover_the_training_since_the_last_round():
     assert protocol.weight == 0
 
 
+def test_a_worker_that_is_leaving_undoes_a_round_that_its_peers_did_not_complete():
+    protocol = training()
+    protocol.on_trained(2, 20)
+    message = m.SyncNow(round=1)
+    protocol.receive(message)
+    protocol.on_synced(message, ok=True)
+    protocol.leave()
+    assert protocol.receive(m.Rollback(round=1)) == m.Rollback(round=1)
+    assert (protocol.batches, protocol.samples, protocol.weight) == (2, 20, 20)
+    assert protocol.receive(m.Rollback(round=1)) is None
+
+
 def test_a_halt_is_returned_once_for_each_group():
     protocol = training()
     halt = m.Halt(generation=0)

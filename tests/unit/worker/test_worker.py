@@ -23,6 +23,7 @@ from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
 from runtime.device.base import PendingCopy
+from runtime.replica.averager import ReplicaAverager
 from runtime.worker import flow
 from runtime.worker.protocol import WorkerState
 from tests.support.running import (
@@ -498,6 +499,21 @@ def test_drain_discards_all_messages_until_shutdown():
     assert alone.take() == []
     assert alone.w == 0.0
     assert alone.worker.protocol.state is WorkerState.LEAVING
+
+
+def test_drain_undoes_a_round_that_peers_did_not_complete(monkeypatch):
+    """A step was aborted after this rank's part of the round: its final state must not have it."""
+    undone = []
+    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", lambda self: undone.append(self))
+    alone = Alone()
+    alone.worker.train_step(BATCH)
+    message = m.SyncNow(round=1)
+    alone.worker.protocol.receive(message)
+    alone.worker.protocol.on_synced(message, ok=True)
+    alone.send(m.Rollback(round=1), m.Shutdown())
+    alone.worker.drain_until_shutdown()
+    assert len(undone) == 1
+    assert alone.worker.protocol.batches == 1
 
 
 def test_a_run_of_a_worker_ends_with_final_snapshot_and_exiting():
