@@ -319,7 +319,8 @@ def test_past_metrics_are_read_while_the_last_worker_is_built():
         """A run that drops its checkpoint after one read."""
 
         def __init__(self):
-            self.found = [SimpleNamespace(run={"metrics": ()}), None]
+            run = SimpleNamespace(metrics=())
+            self.found = [SimpleNamespace(data=SimpleNamespace(run=run)), None]
 
         @property
         def resumed(self):
