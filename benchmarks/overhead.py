@@ -535,7 +535,7 @@ class StepMetricsSwitch:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The workload's loss; applies the switch to the calling worker."""
-        log = current_worker()._log.values  # type: ignore[attr-defined]
+        log = current_worker()._log.kept  # type: ignore[attr-defined]
         if (log.each is None) is self._is_on:
             log.each = [] if self._is_on else None
         return self._workload.loss(model, batch)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class AfterPlan(Enum):
-    """What follows a plan for its ranks. Under ``CADENCE`` and ``ASYNC``, which average buffers in
-    rounds, it is always ``EPOCH_END``.
+    """State of the epoch and the run after a plan. Under ``CADENCE`` and ``ASYNC``, which average
+    buffers in rounds, it is always ``EPOCH_END``.
     """
 
     MORE = "more"

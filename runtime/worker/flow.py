@@ -163,7 +163,9 @@ class WorkerFlow:
                 message = yield from self._next_message(left)
             except queue.Empty:
                 return False
-            yield from self._receive(message)
+            work = None if isinstance(message, Wake) else self.protocol.receive(message)
+            if isinstance(work, m.Rollback):
+                yield from self._replies.handle(work)
         return True
 
     def report_exiting(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.metrics import EpochAccumulator, ReportStats, exact_sum
+from coordinator.codec import decode, encode
+from coordinator.metrics import EpochAccumulator, ReportStats, Sums, exact_sum
 from runtime import (
     CollectiveAborted,
     GpuWorker,
@@ -470,11 +471,12 @@ def test_losses_and_scalars_are_means_by_weight(unit):
 
 
 def test_partial_sums_with_weights_come_back_from_a_checkpoint():
-    stats, again = EpochAccumulator(1), EpochAccumulator(1)
+    stats = EpochAccumulator(1)
     weight = exact_sum([0.1, 0.2, 0.3])
     stats.add(0, ReportStats(loss_sum=1.0, loss_samples=weight, scalars={"x": (1.0, 0.1)}))
     stats.add(0, ReportStats(loss_sum=2.0, loss_samples=4, scalars={"x": (2.0, 3)}))
-    again.load_state_dict(stats.state_dict())
+    saved = decode(tuple[Sums, ...], encode(tuple(stats.ranks)), "")
+    again = EpochAccumulator(1, saved)
     closing = {"epoch": 0, "epoch_s": 1.0, "num_samples": 1, "devices": ["cpu"]}
     assert repr(again.close(**closing)) == repr(stats.close(**closing))  # nan differs from nan
     assert again.close(**closing).avg_loss == pytest.approx(3.0 / 4.6)
