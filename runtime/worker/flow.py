@@ -360,7 +360,10 @@ class WorkerFlow:
             raise _EpochLeft
         self._loads.forget()
         epoch = self._ops.left_epoch
-        self._reporter.leave_epoch(epoch, self.protocol.leave_epoch(epoch))
+        dropped = self.protocol.leave_epoch(epoch)
+        for plan in self.protocol.plans:  # of later epochs: before those that are to come
+            self._loads.receive(plan)
+        self._reporter.leave_epoch(epoch, dropped)
 
     def await_batch(self, *, answer: bool) -> Flow[Any]:
         """Wait for the next batch; handle or defer messages while it is being loaded.
@@ -505,6 +508,8 @@ class PlanLoads:
             self.begin_epoch(plan.epoch)
         if not any(p is plan for p in self._held):
             self._submit(plan)
+            if plan.num_batches:
+                assert self._submitted[0] is plan, "plans begin in the order of their loads"
             self._submitted.remove(plan)
         self.submit_held()
 

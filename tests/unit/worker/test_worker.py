@@ -51,7 +51,7 @@ class Alone:
     def __init__(self, *, train=count_up, model=counter, optim=plain_sgd, stalls=None, **kwargs):
         functions = {
             key: kwargs.pop(key)
-            for key in ("epoch_fn", "eval_fn", "checkpoint_fn", "scheduler")
+            for key in ("epoch_fn", "eval_fn", "checkpoint_fn", "scheduler", "loop")
             if key in kwargs
         }
         settings = {
@@ -479,6 +479,30 @@ def test_the_schedule_follows_the_steps_of_all_ranks():
     for _ in range(8):
         alone.worker.train_step(BATCH)
     assert alone.worker.current_lr == 12.0  # clamped
+
+
+# -- own loops -----------------------------------------------------------------
+
+
+def test_plans_that_follow_an_epoch_which_the_body_has_left_have_their_own_batches():
+    """The load of a plan of the next epoch, dropped with the others, comes before a new one."""
+    seen = []
+
+    def loop(worker):
+        for batch in worker.batches():
+            seen.append((worker.epoch, batch[0].tolist()))
+            worker.step(count_up(worker.model, batch))
+            if worker.epoch == 0:
+                alone.send(start(range(3, 4), epoch=1))
+                return
+            if len(seen) == 3:
+                alone.send(m.Shutdown())
+
+    alone = Alone(loop=loop, optim=lambda model: plain_sgd(model.parameters()))
+    alone.send(start(range(1)), start(range(2, 3), epoch=1))
+    alone.worker.run()
+    index = EpochIndex(N, SIZE, 0)
+    assert seen == [(e, index.indices(e, batch).tolist()) for e, batch in ((0, 0), (1, 2), (1, 3))]
 
 
 # -- the end -------------------------------------------------------------------
