@@ -184,6 +184,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def rank_file(rank: int) -> str:
+    """File name of a rank's state."""
     return f"ranks-{rank:05d}.pt"
 
 

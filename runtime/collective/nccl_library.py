@@ -51,6 +51,7 @@ def _version_of(code: int) -> Version:
 
 
 def version_name(version: Version | None) -> str:
+    """The version as NCCL prints it."""
     return "no NCCL" if version is None else "NCCL " + ".".join(map(str, version))
 
 

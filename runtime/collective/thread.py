@@ -174,6 +174,7 @@ def _carry_out(
 
 
 def work_of(requests: Sequence[Request], *, at_once: bool) -> Work:
+    """The work of valid requests."""
     detail = requests[0].detail
     op = detail if isinstance(detail, ReduceOp) else None
     return Work(op, _shares(requests, 1 if at_once else len(requests)), at_once)

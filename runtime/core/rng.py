@@ -158,6 +158,7 @@ class CallGenerators:
 
 
 def state_of(generator: torch.Generator) -> bytes:
+    """The state of a CPU generator."""
     return generator.get_state().numpy().tobytes()
 
 

@@ -214,6 +214,7 @@ def read_output(
 
 
 def take_grads(leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Move the gradients out of leaves."""
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

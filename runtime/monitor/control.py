@@ -88,6 +88,7 @@ class ControlServer:
 
 
 def program_name() -> str:
+    """Name of the program that this process runs."""
     name = os.path.basename(sys.argv[0]) if sys.argv else ""
     if name in ("", "-c", "-m"):
         return "python"

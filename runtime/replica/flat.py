@@ -576,6 +576,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
+    """Indices of the tensors of each dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault(t.dtype, []).append(i)

@@ -302,6 +302,7 @@ def _plain(value: Any) -> Any:
 
 
 def json_text(timeline: RecordedRun) -> str:
+    """The document as ASCII JSON."""
     return json.dumps(document(timeline), allow_nan=False) + "\n"
 
 

@@ -81,4 +81,5 @@ class RankResources:
 
 
 def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
+    """Seed a rank's generator for an epoch, the same after a resume."""
     generator.manual_seed(seed_of(seed, rank, epoch))

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from coordinator.cluster.machine_report import MAX_OPEN_EPOCHS
+from coordinator.cluster.machine_report import MAX_OPEN_EPOCHS, MachineReport
 from coordinator.splitting import permutation
 from runtime import Mean, Trainer
 from runtime.cluster.cluster_settings import ClusterSettings
@@ -156,3 +156,16 @@ class Machine:
 def same(*states):
     """True if all states are bitwise equal."""
     return all(torch.equal(states[0].params["w"], state.params["w"]) for state in states)
+
+
+def report_of(ledger, machine, done=(), **values):
+    """The report of a machine that is up to date with a ledger."""
+    return MachineReport(
+        machine=machine,
+        step=ledger.step,
+        lineage=ledger.lineage,
+        consumed=ledger.consumed,
+        settings=ledger.settings,
+        done=done,
+        **values,
+    )

@@ -15,19 +15,25 @@ def delta(value):
     return Payload(params=(torch.tensor([value]),))
 
 
-def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
+def machine_of(policy):
+    """The coordinator of a machine with two ranks that are ready, without a grant."""
     machine = Coordinator(
         CoordinatorConfig(
             devices=("cpu", "cpu"),
             num_samples=40,
             batch_size=2,
             num_epochs=1,
-            policy=ApplyPolicy.CADENCE,
+            policy=policy,
             granted=True,
         )
     )
     for rank in (0, 1):
         machine.handle(m.Ready(rank=rank), 0.0)
+    return machine
+
+
+def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
+    machine = machine_of(ApplyPolicy.CADENCE)
     machine.handle(m.ClusterCheckpointRequested(reserve_s=0.0), 0.1)  # starts an averaging round
     assert machine.rounds.round.in_flight
     commands = [machine.handle(m.ClusterRoundDone(delta=delta(v)), 0.2) for v in (1.0, 2.0)]
@@ -44,18 +50,7 @@ def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
 
 
 def test_deltas_of_lockstep_are_sent_between_two_plans():
-    machine = Coordinator(
-        CoordinatorConfig(
-            devices=("cpu", "cpu"),
-            num_samples=40,
-            batch_size=2,
-            num_epochs=1,
-            policy=ApplyPolicy.SYNC,
-            granted=True,
-        )
-    )
-    for rank in (0, 1):
-        machine.handle(m.Ready(rank=rank), 0.0)
+    machine = machine_of(ApplyPolicy.SYNC)
     machine.handle(m.ClusterRoundDone(epochs=(m.EpochGrant(epoch=0, batches=(range(20),)),)), 0.1)
     sent = machine.handle(m.ClusterRoundDone(delta=delta(1.0)), 0.2)
     assert sent == []

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
-from coordinator.cluster.machine_report import MachineReport
 from coordinator.messages import Payload, SaveCheckpoint
 from coordinator.metrics import MachineStats, Sums
 from coordinator.saved_run import RankTotals, SavedEpoch
@@ -22,6 +21,7 @@ from runtime.cluster.tensors import (
     to_wire,
 )
 from tests.support.checkpointing import saved_run
+from tests.support.clustering import report_of
 
 
 @pytest.mark.parametrize(
@@ -111,18 +111,6 @@ NAME = "a/0"
 def new_ledger(num_epochs=1):
     return ClusterLedger(
         settings={}, num_epochs=num_epochs, batches_per_epoch=10, period_s=1.0, max_batches=None
-    )
-
-
-def report_of(ledger, machine, done=(), **values):
-    return MachineReport(
-        machine=machine,
-        step=ledger.step,
-        lineage=ledger.lineage,
-        consumed=ledger.consumed,
-        settings=ledger.settings,
-        done=done,
-        **values,
     )
 
 

@@ -29,6 +29,7 @@ from coordinator.cluster.member import (
 from coordinator.codec import decode, encode
 from coordinator.run_errors import ClusterError
 from coordinator.splitting import BatchSet, split_by_cost
+from tests.support.clustering import report_of
 from tests.support.pairs import few_examples
 
 
@@ -39,18 +40,6 @@ def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=No
         batches_per_epoch=batches_per_epoch,
         period_s=period_s,
         max_batches=max_batches,
-    )
-
-
-def report_of(ledger, machine, done=(), **values):
-    return MachineReport(
-        machine=machine,
-        step=ledger.step,
-        lineage=ledger.lineage,
-        consumed=ledger.consumed,
-        settings=ledger.settings,
-        done=done,
-        **values,
     )
 
 
