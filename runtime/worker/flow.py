@@ -164,7 +164,9 @@ class WorkerFlow:
             except queue.Empty:
                 return False
             work = None if isinstance(message, Wake) else self.protocol.receive(message)
-            if isinstance(work, m.Rollback):
+            if isinstance(work, m.Update):
+                work = replace(work, tasks=())
+            if isinstance(work, (m.Update, m.Rollback)):
                 yield from self._replies.handle(work)
         return True
 

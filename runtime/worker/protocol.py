@@ -159,8 +159,9 @@ class WorkerProtocol:
 
         Returns:
             The message if it requires work on the replica now, or the reply if it needs none, else
-            ``None``. A worker that is leaving joins no round, since its peers may be gone, but
-            undoes the one that they did not complete: its final state is part of the result.
+            ``None``. A worker that is leaving joins no round, since its peers may be gone. Its
+            final state is part of the result: until ``Shutdown`` it receives the average of a round
+            that it took part in, and undoes one that its peers did not complete.
         """
         if isinstance(message, m.Shutdown):
             self.shutdown = message
@@ -168,7 +169,7 @@ class WorkerProtocol:
             return None
         if isinstance(message, m.Rollback):
             return message if self.on_rolled_back(message.round) else None
-        if self.leaving:
+        if self.leaving and (self.shutdown or not isinstance(message, m.Update)):
             return None
         match message:
             case m.StartEpoch():

@@ -412,8 +412,8 @@ class GpuWorker:
         self._flow.report_exiting()
 
     def drain_until_shutdown(self, timeout_s: float | None = None) -> bool:
-        """Discard messages, without training or rounds, until ``Shutdown``. A round that peers did
-        not complete is undone.
+        """Discard messages, without training or rounds, until ``Shutdown``. The average of a round
+        that this worker took part in is applied, and one that peers did not complete is undone.
 
         Args:
             timeout_s: Longest wait in seconds; ``None``: no limit.

@@ -540,6 +540,21 @@ def test_drain_undoes_a_round_that_peers_did_not_complete(monkeypatch):
     assert alone.worker.protocol.batches == 1
 
 
+def test_drain_applies_the_average_of_a_round_whose_snapshot_was_sent():
+    """Its batches are settled: its final state must not count them again, and has the others'."""
+    alone = Alone()
+    alone.worker.train_step(BATCH)
+    alone.send(m.RequestParams(round=1))
+    alone.worker.handle_control()
+    asked = task(m.TaskKind.EVALUATE)
+    alone.send(m.Update(round=1, average=payload(10.0), tasks=(asked,)), m.Shutdown())
+    alone.take()
+    alone.worker.drain_until_shutdown()
+    assert alone.w == 10.0
+    assert alone.worker.protocol.samples == 0
+    assert [type(report) for report in alone.take()] == [m.SyncAck]
+
+
 def test_a_run_of_a_worker_ends_with_final_snapshot_and_exiting():
     alone = Alone()
     alone.send(start(range(3)), start(range(3, 5)))
